@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from unittest.mock import Mock, patch
 
 import msgspec
@@ -39,7 +40,7 @@ from kvferry.tools.replay.settings import (
 from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.trace.base import TraceRequest
 from support.models import model
-from support.served_engine import BLOCKS, LRUTier, ServedEngine, served_engine
+from support.served_engine import BLOCKS, OthersMemory, ServedEngine, served_engine
 
 
 def small_model(
@@ -140,7 +141,7 @@ class Both:
         """Return the keys of the chunks in each tier that stores, simulated and real."""
         found = []
         for simulated, served in zip(self.simulation.engines, self.served, strict=True):
-            real = [served.host, *(tier.held for tier in served.tiers if isinstance(tier, LRUTier))]
+            real = [served.host, *(tier.held for tier in served.tiers if not isinstance(tier, OthersMemory))]
             storing = [tier for tier in simulated.tiers.tiers if isinstance(tier, SimulatedTier)]
             for tier, theirs in zip(storing, real, strict=True):
                 found.append(({self._names[key] for key in tier.held}, theirs))
@@ -211,8 +212,12 @@ def both(
     hint_share: float | None = None,
     hint_seconds: float = 3600.0,
     tenants: Mapping[str, object] | None = None,
+    files: Path | None = None,
 ) -> Iterator[Both]:
-    """Start engines twice, each with tiers of these capacities in bytes. `hint_share` None: no hints."""
+    """Start engines twice, each with tiers of these capacities in bytes. `hint_share` None: no hints.
+
+    With `files`, the file tier of the engine that serves is a real one, in this directory.
+    """
     capacities = {"host": host_bytes, **slow}
     tiers = [
         TierSetting(kind=kind, capacity_bytes=capacity, shared=False, bytes_per_second=1e9)
@@ -242,6 +247,7 @@ def both(
                 slow=slow,
                 admission=admission,
                 fleet=served,
+                files=files,
                 tenants=tenants,
                 **more,
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from unittest.mock import patch
 
 from kvferry.cache.sessions import SessionName
@@ -20,9 +21,12 @@ from kvferry.connector.tiers.hinting import Hinting
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.planning.select import first_attended
 from kvferry.tiers.eviction.policies import LRU
+from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import FLEET, GetOutcome, PutOutcome
+from kvferry.tiers.paths import EntryKind, key_of, walk
+from kvferry.tiers.tenants import Tenants
 from kvferry.tiers.write_filter import WriteFilter
 from kvferry.tools.replay.engine import NO_PREFIX
 from kvferry.tools.replay.settings import ADMIT_ALL, AdmissionSetting, ServedModel
@@ -31,9 +35,12 @@ from kvferry.transport.read_plan import LoadFigures, Report
 from support.block_pool import Block, BlockPool
 from support.engine_info import made_up
 from support.slow_tiers import FakeTier
+from support.stores import NAMESPACE
 
 BLOCKS = 1000
 """Blocks of the pool: so many that no request waits and no store is left out for want of them."""
+_NOTES_BYTES = 4096
+"""More than the notes and the ledger of a directory, and less than a chunk."""
 
 
 class LRUTier(FakeTier):
@@ -66,6 +73,32 @@ class LRUTier(FakeTier):
     @property
     def held(self) -> set[bytes]:
         return {*self._policy._queue._unpinned, *self._policy._cold._unpinned}
+
+
+class Directory(FileTier):
+    """The file tier that serves, with room for files of `capacity` bytes beside its own notes.
+
+    Its clock leaps with each look at it, so each use of a file is worth a new time.
+    """
+
+    name = "file"
+
+    def __init__(self, path: Path, capacity: int, table: KeyTable) -> None:
+        leaps = count(2_000_000_000, 1000)
+        super().__init__(
+            path,
+            NAMESPACE,
+            capacity=capacity + _NOTES_BYTES,
+            page_cache=0,
+            clock=lambda: float(next(leaps)),
+            table=table,
+            max_listed=4,
+        )
+
+    @property
+    def held(self) -> set[bytes]:
+        files = (Path(entry.path) for entry in walk(self._root) if entry.kind is EntryKind.CHUNK)
+        return {key for path in files if (key := key_of(path.name)) is not None}
 
 
 class OthersMemory(FakeTier):
@@ -162,7 +195,7 @@ class ServedEngine:
         rank: RankGeometry,
         facts: EngineFacts,
         config: ConnectorConfig,
-        tiers: Sequence[LRUTier | OthersMemory],
+        tiers: Sequence[LRUTier | Directory | OthersMemory],
         events: EventStream | None = None,
         describe_blocks: DescribeBlocks | None = None,
     ) -> None:
@@ -327,22 +360,30 @@ def served_engine(
     slow: Mapping[str, int],
     admission: AdmissionSetting = ADMIT_ALL,
     fleet: Sequence[ServedEngine] = (),
+    files: Path | None = None,
     events: EventStream | None = None,
     describe_blocks: DescribeBlocks | None = None,
     **more: object,
 ) -> Iterator[ServedEngine]:
     """Start an engine with host memory and slow tiers of these capacities in bytes, and `more` settings.
 
-    The engine reads the host memory of the engines in `fleet` if `slow` names a fleet tier.
+    The engine reads the host memory of the engines in `fleet` if `slow` names a fleet tier. With `files`, its
+    file tier is the one that serves, in this directory.
     """
     sizes = {one.group.label: one.file_bytes for one in model.form.groups}
-    tiers: list[LRUTier | OthersMemory] = []
+    tiers: list[LRUTier | Directory | OthersMemory] = []
 
-    def opened(_, namespace, table, place, *unused):
-        tiers.extend(
-            OthersMemory(fleet, table) if name == FLEET else LRUTier(name, capacity, sizes, table)
-            for name, capacity in slow.items()
-        )
+    def tier_of(name: str, capacity: int, table: KeyTable) -> LRUTier | Directory | OthersMemory:
+        if name == FLEET:
+            return OthersMemory(fleet, table)
+        if name == "file" and files is not None:
+            return Directory(files, capacity, table)
+        return LRUTier(name, capacity, sizes, table)
+
+    def opened(_, namespace, table, place, exchange, tenants: Tenants | None):
+        tiers.extend(tier_of(name, capacity, table) for name, capacity in slow.items())
+        for tier in tiers if tenants else ():
+            tier.use_tenants(tenants)
         queues = [
             _Queue(
                 tier,

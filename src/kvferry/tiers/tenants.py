@@ -66,14 +66,15 @@ class Tenants:
         """
         levels = {tenant: size / self.of(tenant).weight for tenant, size in used.items()}
         if storing is None:
-            return sorted(levels, key=lambda tenant: -levels[tenant])
+            return sorted(levels, key=lambda tenant: (-levels[tenant], tenant))
         if self.is_over_limit(storing, used[storing], capacity_bytes):
             return [storing]
         mean = sum(used.values()) / sum(self.of(tenant).weight for tenant in used) * ABOVE
         above = [tenant for tenant, level in levels.items() if level > mean and tenant != storing]
         if levels[storing] > mean:
             above.append(storing)
-        above.sort(key=lambda tenant: -levels[tenant])
+        # Of equal levels, the one that `FairEviction` takes first.
+        above.sort(key=lambda tenant: (-levels[tenant], tenant))
         return above if storing in above else [*above, storing]
 
     def near_mean(self, used: Mapping[bytes, int]) -> set[bytes]:

@@ -113,12 +113,16 @@ def sync_folder(folder: str) -> None:
         os.close(fd)
 
 
-def set_cold(fd: int, clock: Callable[[], float]) -> None:
-    """Set the modification time of a file so that it is evicted before all files with a time of use."""
+def set_cold(fd: int, clock: Callable[[], float]) -> int:
+    """Set the modification time of a file so that it is evicted before all files with a time of use.
+
+    Return this time, in nanoseconds.
+    """
     cold = int(clock() * 1e9) // _COLD_DIVISOR
     # Without this time, the file is evicted like others.
     with suppress(OSError):
         os.utime(fd, ns=(cold, cold))
+    return cold
 
 
 def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float]) -> None:

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Set as AbstractSet
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, takewhile
 from threading import Lock
 from typing import NamedTuple
 
@@ -30,7 +30,14 @@ import numpy as np
 from kvferry.common.machine import fcntl
 from kvferry.common.units import format_bytes
 from kvferry.keys.tenant import NOBODY
-from kvferry.tiers.files.chunk_file import NotRegular, check_folders, is_regular, make_folder, open_regular
+from kvferry.tiers.files.chunk_file import (
+    NotRegular,
+    check_folders,
+    is_regular,
+    make_folder,
+    open_regular,
+    set_cold,
+)
 from kvferry.tiers.files.full_disk import OUT_OF_ROOM, DiskRoom, shortage
 from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout
 from kvferry.tiers.names import OutcomeCounter
@@ -117,7 +124,8 @@ class DirectorySpace:
         self._clock = clock
         self._tenants: Tenants | None = None
         # Ranks and paths of evictable files from the last walk, by tenant; changed only while the ledger is
-        # held. Files that were stored or used after the walk, and files that it did not list, are newer.
+        # held. Files that were used or stored after the walk, and files that it did not list, are newer. Cold
+        # ones that were stored after it are added.
         self._oldest: dict[bytes, deque[tuple[int, str]]] = {}
         # Tenants without files in the last walk, until the next call: they may store some.
         self._empty: AbstractSet[bytes] = frozenset()
@@ -160,14 +168,18 @@ class DirectorySpace:
                     return self._create_chunk(held_ledger, final, size)
                 raise DirectoryFull(size, held_ledger)
 
-    def commit(self, temporary: str, final: str, size: int) -> bool:
+    def commit(self, temporary: str, final: str, size: int, cold: int | None = None) -> bool:
         """Rename a complete file, or remove it if `final` exists. Return whether it was renamed.
 
-        After LockTimeout or OSError the file still exists.
+        With `cold`, its descriptor, it is evicted before all files with a time of use. After LockTimeout or
+        OSError the file still exists.
         """
         with self._ledger.held() as held_ledger:
             if not is_regular(final):
                 os.rename(temporary, final)
+                # Not before: an old temporary file looks like a leftover to other machines.
+                if cold is not None:
+                    self._list_cold(final, self._rank(set_cold(cold, self._clock), size))
                 return True
             os.unlink(temporary)
             held_ledger.release(size, temporary)
@@ -318,6 +330,20 @@ class DirectorySpace:
             held_ledger.release(size, final)
             raise
         return fd, path
+
+    def _list_cold(self, path: str, rank: int) -> None:
+        """Add a new cold file to the listed ones, unless others that are not listed may go before it."""
+        tenant = NOBODY if self._tenants is None else tenant_of_path(path)
+        if tenant is None:
+            return
+        files = self._oldest.get(tenant, deque())
+        at = sum(1 for _ in takewhile(lambda one: one[0] <= rank, files))
+        if at < len(files) or not self._more:
+            files.insert(at, (rank, path))
+            self._oldest[tenant] = files
+            if len(files) > self._max_listed:
+                files.pop()
+                self._more = True
 
     def _check_budget(self, held_ledger: HeldLedger) -> None:
         if held_ledger.budget is not None and not held_ledger.budget.left(self._clock()):

@@ -35,7 +35,6 @@ from kvferry.tiers.files.chunk_file import (
     read_chunk,
     read_encrypted,
     read_regular,
-    set_cold,
     sync_folder,
     write_chunk,
     write_encrypted,
@@ -277,10 +276,7 @@ class FileTier(StorageTier):
             # Before the rename: a name that survives a crash must not lead to a file without content.
             if self._durable:
                 os.fdatasync(fd)
-            first = self._space.commit(temporary, final, chunk.file_bytes)
-            if cold and first:
-                # Not before: an old temporary file looks like a leftover to other machines.
-                set_cold(fd, self._clock)
+            first = self._space.commit(temporary, final, chunk.file_bytes, fd if cold else None)
         except BaseException:
             self._space.abandon(temporary, chunk.file_bytes)
             raise

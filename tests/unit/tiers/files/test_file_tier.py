@@ -238,6 +238,36 @@ def test_a_cold_file_goes_before_all_others_until_it_is_used(tmp_path, clock):
     assert store.contains([key(1)])[0]
 
 
+def test_a_cold_file_goes_first_also_if_older_ones_are_listed_for_eviction(tmp_path, clock):
+    store = open_store(tmp_path, capacity=5 * FILE_BYTES, clock=clock)
+    for number in range(5):  # there is room for four beside the notes; the walk for the fifth lists them
+        clock.now += 60
+        keep(store, number)
+    assert not store.contains([key(0)])[0]
+    for number, gone in ((5, 1), (6, 5), (7, 6), (8, 2)):
+        clock.now += 60
+        store.put(key(number), GROUP, body(number), number in (5, 6))
+        assert not store.contains([key(gone)])[0]
+
+
+def test_cold_files_are_evicted_in_the_order_in_which_they_were_stored(tmp_path, clock):
+    def put_cold(store, number):
+        clock.now += 60
+        store.put(key(number), GROUP, body(number), cold=True)
+        assert sum(map(len, store._space._oldest.values())) <= 2
+
+    # Room for five, of which two are listed.
+    first = open_store(tmp_path, capacity=6 * FILE_BYTES, clock=clock, max_listed=2)
+    for number in range(5):
+        put_cold(first, number)
+    store = open_store(tmp_path, clock=clock, max_listed=2)
+    for number in range(5, 12):
+        put_cold(store, number)
+        assert store.contains([key(n) for n in range(number + 1)]).nonzero()[0].tolist() == [
+            *range(number - 4, number + 1)
+        ]
+
+
 def used_ns(root, *numbers):
     return [file_of(root, number).stat().st_mtime_ns for number in numbers]
 
