@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu_layouts import declare_layouts
+from benchmarks.handover.cores import bind_thread, core_environment
 from benchmarks.handover.nixl_plus import favour_nixl
 from benchmarks.runners import prepare_runner
 from benchmarks.served import Rest, prepare_process
@@ -119,8 +120,11 @@ class HandoverEngine:
             OMP_NUM_THREADS=str(setup.threads),
             VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
             VLLM_NIXL_SIDE_CHANNEL_PORT=str(setup.port),
+            **core_environment(first=False, threads=setup.threads),
         )
         prepare_runner()
+        if setup.device == "cpu" and setup.connector != "nixl":
+            bind_thread()
         if setup.connector == "nixl+":
             favour_nixl()
         if setup.layout != "auto":

@@ -10,15 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.handover.cores import core_environment
 from benchmarks.handover.engine import AGGREGATED, Setup, Stamps
 from benchmarks.handover.measure import Handover, Result
 from benchmarks.handover.mix import MixRequest, MixTimes, TokenTimes
 from benchmarks.handover.server import PATIENCE_SECONDS, Server, log_end, server_spec
 from benchmarks.handover.server_plugins import (
+    BOUND,
     NIXL_PLUS,
     RESTS,
     SECOND_RUNNER,
     WITHOUT_AMX,
+    bound,
     nixl_plus,
     rests,
     second_runner,
@@ -36,10 +39,11 @@ from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.bodies import COMPLETIONS, decode_body, kv_params_of, prefill_body
 
 _FAVOURS: Mapping[str, Mapping[Callable[[], None], str]] = {
-    "nixl+": {nixl_plus: NIXL_PLUS},
+    "kvferry": {bound: BOUND},
+    "nixl+": {nixl_plus: NIXL_PLUS, bound: BOUND},
     AGGREGATED: {rests: RESTS},
 }
-"""Plugins that give a peer kvferry's advantages, with what they print, by the name of the peer."""
+"""Plugins that give connectors each other's advantages, with what they print, by the connector's name."""
 
 
 @dataclass(slots=True)
@@ -172,7 +176,15 @@ def server_pair(
             # It has the threads of both.
             setups = {Role.BOTH: replace(setup, threads=2 * setup.threads)}
         ports = zip(setups.items(), ports_of(len(setups)), ports_of(len(setups)), strict=True)
-        specs = [spec_of(replace(one, port=own), role, port, environment) for (role, one), port, own in ports]
+        specs = [
+            spec_of(
+                replace(one, port=own),
+                role,
+                port,
+                environment | core_environment(first=role is Role.PREFILL, threads=one.threads * one.ranks),
+            )
+            for (role, one), port, own in ports
+        ]
         with Fleet(specs, folder) as fleet:
             try:
                 _wait_ready(fleet)

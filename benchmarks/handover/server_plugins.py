@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.handover.cores import bind_thread
 from benchmarks.handover.nixl_plus import favour_nixl
 from benchmarks.runners import prepare_runner
 from benchmarks.without_amx import turn_amx_off
@@ -13,6 +14,7 @@ from benchmarks.without_amx import turn_amx_off
 WITHOUT_AMX = "benchmarks: this process computes without AMX"
 SECOND_RUNNER = "benchmarks: this engine has the second model runner"
 RESTS = "benchmarks: this engine rests between polls"
+BOUND = "benchmarks: the thread of this engine that computes has a core"
 NIXL_PLUS = "benchmarks: NixlConnector has a sleeping progress thread, huge pages and polls with rests"
 
 
@@ -35,6 +37,12 @@ def rests() -> None:
     config: Any = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
     sleep_between_polls(config)
     print(RESTS, file=sys.stderr, flush=True)  # noqa: T201 - goes to the server's log
+
+
+def bound() -> None:
+    """Bind the computing thread of a vLLM engine in this process to a core, and print `BOUND`."""
+    bind_thread()
+    print(BOUND, file=sys.stderr, flush=True)  # noqa: T201 - goes to the server's log
 
 
 def nixl_plus() -> None:

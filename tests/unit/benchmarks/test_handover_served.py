@@ -23,7 +23,7 @@ from benchmarks.handover.model import MODELS
 from benchmarks.handover.nixl_plus import favour_nixl
 from benchmarks.handover.served import ServerPair, server_pair
 from benchmarks.handover.server import Server, server_spec
-from benchmarks.handover.server_plugins import NIXL_PLUS, WITHOUT_AMX, nixl_plus, without_amx
+from benchmarks.handover.server_plugins import BOUND, NIXL_PLUS, WITHOUT_AMX, nixl_plus, without_amx
 from benchmarks.handover.stream import serve_all
 from benchmarks.plugins import plugin_environment
 from kvferry.common.errors import ConfigError, TransferError
@@ -335,7 +335,7 @@ def test_interrupt_ends_servers_and_removes_their_logs(healthy_pair, tmp_path):
     started: set[psutil.Process] = set()
 
     def interrupted() -> None:
-        with healthy_pair(WITHOUT_AMX, NIXL_PLUS) as pair:
+        with healthy_pair(WITHOUT_AMX, NIXL_PLUS, BOUND) as pair:
             assert pair.prefill is not None
             started.update(set(psutil.Process().children(recursive=True)) - before)
             raise KeyboardInterrupt
