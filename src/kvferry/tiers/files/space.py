@@ -18,10 +18,12 @@ from __future__ import annotations
 import logging
 import os
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Set as AbstractSet
 from contextlib import suppress
-from itertools import chain, takewhile
+from itertools import chain
+from operator import itemgetter
 from threading import Lock
 from typing import NamedTuple
 
@@ -337,7 +339,7 @@ class DirectorySpace:
         if tenant is None:
             return
         files = self._oldest.get(tenant, deque())
-        at = sum(1 for _ in takewhile(lambda one: one[0] <= rank, files))
+        at = bisect_right(files, rank, key=itemgetter(0))
         if at < len(files) or not self._more:
             files.insert(at, (rank, path))
             self._oldest[tenant] = files
