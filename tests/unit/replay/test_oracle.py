@@ -237,10 +237,9 @@ def test_tenants_by_weight_keep_and_retain_the_same_chunks_in_both(policy, data,
         check_hinted(pair, turns)
 
 
-# With windows, about one example of thirty keeps another chunk.
-@pytest.mark.parametrize("name", ["full", "state"])
+@pytest.mark.parametrize("name", MODELS)
 @given(data=st.data(), steps=STEPS, room=st.integers(0, 20), file=st.integers(8, 40), limit=LIMITS)
-@examples(6)
+@examples(5)
 def test_tenants_by_weight_keep_the_same_files_in_both(name, data, steps, room, file, limit):
     model, rank = of_blocks(name, steps)
     tenants = st.lists(st.sampled_from(["", "a", "b"]), min_size=16, max_size=16)

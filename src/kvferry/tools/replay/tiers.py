@@ -147,8 +147,9 @@ class SimulatedTiers:
     def store(self, runs: Iterable[Run], prompt_tokens: int, cold: Collection[bytes] = ()) -> None:
         stored = self.host.store(self._pieces(runs), cold)
         for number in self._slow:
-            for group, keys in stored:
-                admitted = self._admitted(number, group, keys, prompt_tokens)
+            # Before any is written, which may evict another one.
+            each = [(group, self._admitted(number, group, keys, prompt_tokens)) for group, keys in stored]
+            for group, admitted in each:
                 written = self._write(number, group, admitted, cold)
                 # A write pins the chunk while it lasts, and the end of the pin ranks it as the latest used.
                 self.host.pin_all(written)
