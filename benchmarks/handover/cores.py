@@ -2,8 +2,8 @@
 
 vLLM binds the threads that compute, unless it is told not to (`nobind`), as here, because two engines share
 few cores. NixlConnector then binds its worker's thread, which also computes, to the last core, whatever else
-runs there. With any other connector the thread would move between cores, and a step take up to half as long
-again.
+runs there. With any other connector the thread would move between cores. On a machine of two cores, a forward
+pass took 1.3 times as long then.
 """
 
 from __future__ import annotations
