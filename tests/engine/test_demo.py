@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support.leftovers import Leftovers
@@ -20,6 +21,9 @@ from support.waiting import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
+CORES = os.sched_getaffinity(0)
+LANES = 2
+"""Threads of a worker that read from peers."""
 WRITING = "Tiny random checkpoints"
 DEMO = (str(Path(sys.executable).with_name("kvferry")), "demo")
 
@@ -100,6 +104,13 @@ def test_demo_prints_a_table_of_transfers_and_answers_like_a_single_engine(start
     run.until(lambda: "Both engines are ready" in run.output)
     ports = {int(port) for port in re.findall(r"--port (\d+)", " ".join(run.left.processes().values()))}
     assert len(ports) == 2
+    below = psutil.Process(run.process.pid).children(recursive=True)
+    workers = [one.pid for one in below if one.name() == "VLLM::Worker"]
+    assert len(workers) == 2
+    for worker in workers:
+        threads = [os.sched_getaffinity(int(one.name)) for one in Path(f"/proc/{worker}/task").iterdir()]
+        assert os.sched_getaffinity(worker) < CORES
+        assert threads.count(CORES) > LANES, "kvferry's threads share the cores of the computation"
     run.ends(0, 240)
     table = run.output[run.output.index("What happened") :]
     assert max(map(len, table.splitlines())) <= 80

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.fair_order import FairOrder
+from kvferry.common.threads import Thread
 from kvferry.keys.tenant import tenant_of_key
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import Slot
@@ -155,10 +156,7 @@ class _DaemonThreads:
         self._jobs: queue.SimpleQueue[_Job] | queue.PriorityQueue[_Job] = (
             queue.PriorityQueue() if ranked else queue.SimpleQueue()
         )
-        self._threads = [
-            threading.Thread(target=self._run, name=f"kvferry-{name}-{number}", daemon=True)
-            for number in range(count)
-        ]
+        self._threads = [Thread(self._run, f"kvferry-{name}-{number}") for number in range(count)]
         for thread in self._threads:
             thread.start()
 
@@ -251,7 +249,7 @@ class TierQueue:
             stuck_seconds,
             after=self._read_usage,
         )
-        self._refresher = threading.Thread(target=self._refresh, name=f"kvferry-{name}-refresh", daemon=True)
+        self._refresher = Thread(self._refresh, f"kvferry-{name}-refresh")
         if refresh_seconds is not None:
             self._refresher.start()
 

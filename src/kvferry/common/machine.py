@@ -8,9 +8,12 @@ ConfigError.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import platform
 import signal
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from kvferry.common.errors import ConfigError
@@ -27,6 +30,11 @@ __all__ = [
     "tty",
     "usable_cores",
 ]
+
+
+_THREADS = Path("/proc/self/task")
+# Variables that make OpenMP bind threads.
+_OPENMP_BINDS = frozenset({"GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND"})
 
 
 class _MissingModule:
@@ -62,9 +70,20 @@ def is_linux() -> bool:
     return platform.system() == "Linux"
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may use; 1 if the system does not tell, as on macOS."""
-    return len(os.sched_getaffinity(0)) if is_linux() else 1
+def usable_cores() -> set[int]:
+    """Return the numbers of the cores that threads of this process may use; empty if this is not Linux.
+
+    These are the cores of all threads, because some may be bound to one. OpenMP may have bound the first one
+    before there were others. Then the cores of the process that started this one count, too.
+    """
+    threads = [int(thread.name) for thread in _THREADS.iterdir()] if is_linux() else []
+    if threads and _OPENMP_BINDS & os.environ.keys() and (parent := multiprocessing.parent_process()):
+        threads.append(parent.pid or 0)
+    cores = set[int]()
+    for thread in threads:
+        with suppress(OSError):  # it may have ended
+            cores |= os.sched_getaffinity(thread)
+    return cores
 
 
 def has_posix() -> bool:

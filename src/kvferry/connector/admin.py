@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, Protocol, TypeAlias
@@ -23,6 +24,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from kvferry.common.errors import ConfigError, KVFerryError
+from kvferry.common.threads import Thread
 from kvferry.connector.engine import PlainRequest
 from kvferry.connector.tiers.tiering import Tiering
 
@@ -259,9 +261,7 @@ class AdminServer:
                 f"admin: cannot listen on {host} port {port}: {error}; set admin.port to a free port"
             ) from error
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(poll_seconds,), name="kvferry-admin", daemon=True
-        )
+        self._thread = Thread(partial(self._server.serve_forever, poll_seconds), "kvferry-admin")
         self._thread.start()
         logger.info("admin API on %s port %d", host, self.port)
 

@@ -21,6 +21,7 @@ from kvferry.cache.prompt_chunks import ChunkBeginnings, PromptChunks
 from kvferry.cache.weights import weights_of
 from kvferry.common.errors import ConfigError, NotYetNamed, Unnameable
 from kvferry.common.text import shown
+from kvferry.common.threads import Thread
 from kvferry.connector.engine import LoraAdapter, Request
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.keys import prompt_digest
@@ -146,7 +147,7 @@ class Adapters:
                 finally:
                     adapter.done.set()
 
-        threading.Thread(target=read, name="kvferry-adapter", daemon=True).start()
+        Thread(read, "kvferry-adapter").start()
         adapter.done.wait(_GRACE_SECONDS)
         return adapter
 

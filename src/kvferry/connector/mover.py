@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from numpy import uint8
 
 from kvferry.common.errors import KVFerryError, TransferError
+from kvferry.common.threads import Thread
 from kvferry.connector.messages import ArenaCard, Load, LoadOrder, MachineRanks, Piece, StoreOrder
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm
@@ -207,7 +207,7 @@ class ChunkMover:
         self._arenas: deque[tuple[int, FarArena | str]] = deque()
         self._registration: HostRegistration | None = None
         self._unusable = "no arena yet"
-        self._thread = threading.Thread(target=self._run, name="kvferry-chunks", daemon=True)
+        self._thread = Thread(self._run, "kvferry-chunks")
         self._thread.start()
 
     def attach(self, card: ArenaCard) -> None:

@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
-from kvferry.common.machine import is_linux
+from kvferry.common.machine import is_linux, usable_cores
+from kvferry.common.threads import Thread
 from kvferry.geometry import Region
 
 # MADV_HUGEPAGE applies to pages that are written later, MADV_COLLAPSE (Linux 6.1) to pages in use.
@@ -52,7 +53,7 @@ class HugePageCollapser:
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions, self._stopped = [one for one in regions if _is_host_memory(one)], threading.Event()
-        self._thread = threading.Thread(target=self._run, name=PAGES_THREAD, daemon=True)
+        self._thread = Thread(self._run, PAGES_THREAD)
         self._thread.start()
 
     def stop(self) -> None:
@@ -108,11 +109,9 @@ class PagePopulator:
         self._steps = iter(range(0, region.length, POPULATE_STEP_BYTES))
         self._done = set[int]()
         self._allocate(next(self._steps))
-        number = threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), _MOST_THREADS)
+        number = threads or min(max(len(usable_cores()) // 2, 1), _MOST_THREADS)
         self._running = number
-        self._threads = [
-            threading.Thread(target=self._run, name=PAGES_THREAD, daemon=True) for _ in range(number)
-        ]
+        self._threads = [Thread(self._run, PAGES_THREAD) for _ in range(number)]
         for thread in self._threads:
             thread.start()
 

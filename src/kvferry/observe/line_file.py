@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import FileIO
@@ -19,6 +18,7 @@ from kvferry.common.errors import ConfigError
 from kvferry.common.files import open_private
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
+from kvferry.common.threads import Thread
 from kvferry.connector.events import MAX_ID_CHARACTERS, Event, LoadEnded, LoadOutcome
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.tiers.names import PEER
@@ -86,7 +86,7 @@ class LineFile:
         self._left_out = 0
         self._warnings = LimitedLog(logger)
         self._is_open = True
-        self._thread = threading.Thread(target=self._write_lines, name=f"kvferry-{setting}", daemon=True)
+        self._thread = Thread(self._write_lines, f"kvferry-{setting}")
         self._thread.start()
 
     def add(self, line: Line, size: int) -> None:

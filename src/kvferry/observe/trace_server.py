@@ -13,7 +13,6 @@ import re
 import secrets
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -23,6 +22,7 @@ import msgspec
 
 import kvferry
 from kvferry.common.errors import ConfigError, KVFerryError, ProtocolError
+from kvferry.common.threads import Thread
 from kvferry.connector.events import EventStream, RequestEvent
 from kvferry.observe import socket_directory
 from kvferry.observe.traces import RequestTrace, StoredChunks, TraceBuffer
@@ -136,7 +136,7 @@ class TraceServer:
         """Open the socket and start the server's thread. A failure is logged and does not stop the engine."""
         self.error: Exception | None = None
         self._traces, self._engine, self._max_requests, self._seconds = traces, engine, max_requests, seconds
-        self._thread = threading.Thread(target=self._run, name="kvferry-explain", daemon=True)
+        self._thread = Thread(self._run, "kvferry-explain")
         try:
             directory, name = socket_directory.make_directory(), f"engine-{secrets.token_hex(8)}"
             self._socket, self._path = socket_directory.listen(directory, name)

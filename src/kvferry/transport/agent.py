@@ -29,6 +29,7 @@ import psutil
 
 from kvferry.common.errors import ConfigError, ProtocolError, TransferError
 from kvferry.common.machine import resource
+from kvferry.common.threads import on_any_core
 from kvferry.common.units import format_bytes
 from kvferry.geometry import Region
 from kvferry.transport.addresses import IP, PortRange, is_every_address, is_loopback
@@ -106,14 +107,15 @@ def make_nixl_agent(name: str, backends: list[str], *, progress: bool) -> Any:
     make = FunctionType(_api.nixl_agent.__init__.__code__, others)
     agent = _api.nixl_agent.__new__(_api.nixl_agent)
     config = _api.nixl_agent_config(enable_prog_thread=progress, backends=backends)
-    try:
-        make(agent, name, config, False)  # noqa: FBT003
-    except (AttributeError, TypeError) as error:
-        logger.warning(
-            "this NIXL differs from 1.5.1 (%s), so its progress thread takes a core; install nixl 1.5.1",
-            error,
-        )
-        return _api.nixl_agent(name, config)
+    with on_any_core():
+        try:
+            make(agent, name, config, False)  # noqa: FBT003
+        except (AttributeError, TypeError) as error:
+            logger.warning(
+                "this NIXL differs from 1.5.1 (%s), so its progress thread takes a core; install nixl 1.5.1",
+                error,
+            )
+            return _api.nixl_agent(name, config)
     return agent
 
 

@@ -32,11 +32,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import zmq
 
+from kvferry.common.threads import Thread
 from kvferry.geometry import RankGeometry
 from kvferry.memory.device_stream import enter_stream
 from kvferry.transport.agent import Agent, ReadState
@@ -144,9 +146,7 @@ class Lane:
             agent.register([*geometry.regions, *images, lane.words_region])
             return lane
 
-        self._thread = threading.Thread(
-            target=self._run, args=(start,), name=f"kvferry-transfer {name}", daemon=True
-        )
+        self._thread = Thread(partial(self._run, start), f"kvferry-transfer {name}")
         self._thread.start()
 
     # -- the engine's thread ------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import zmq
@@ -22,6 +23,7 @@ from zmq.utils import z85
 from kvferry.common.errors import ConfigError, KVFerryError, ProtocolError
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.machine import resource
+from kvferry.common.threads import Thread, on_any_core
 from kvferry.transport import security
 from kvferry.transport.addresses import ANY_PEER, AllowedPeers, PortRange, parse_ip, zmq_endpoint
 from kvferry.transport.resolver import PeerResolver, ResolveName
@@ -169,7 +171,7 @@ class _Authenticator:
         self._socket.linger = 0
         self._socket.bind("inproc://zeromq.zap.01")
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="kvferry-zap", daemon=True)
+        self._thread = Thread(self._run, "kvferry-zap")
         self._thread.start()
 
     def close(self) -> None:
@@ -251,7 +253,9 @@ class Listener:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[Any] = zmq.Context()
         # Before the listener: without an authenticator, ZeroMQ admits any CURVE client.
-        self._door = _Authenticator(self._context, keys, peers, resolve)
+        # ZeroMQ starts its threads with the first socket.
+        with on_any_core():
+            self._door = _Authenticator(self._context, keys, peers, resolve)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.maxmsgsize = max_message_bytes
@@ -304,7 +308,7 @@ class Listener:
             each_round: called by the thread after each message, and at least every `_POLL_SECONDS`.
         """
         self._answer = answer
-        self._thread = threading.Thread(target=self._run, args=(begin, each_round), name=name, daemon=True)
+        self._thread = Thread(partial(self._run, begin, each_round), name)
         self._thread.start()
 
     def _run(self, begin: tuple[Callable[[], None], ...], each_round: tuple[Callable[[], None], ...]) -> None:

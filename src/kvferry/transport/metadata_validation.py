@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from kvferry.common.errors import ProtocolError
+from kvferry.common.threads import Thread
 from kvferry.transport.metadata import MemoryCard, check_metadata
 from kvferry.transport.metadata_sandbox import MetadataSandbox, encode_trial
 
@@ -57,7 +57,7 @@ class MetadataValidator:
         # Ranks of a peer (none to start the child), and why they are refused, to be set.
         self._requests: queue.SimpleQueue[tuple[tuple[MemoryCard, ...], Future[str]] | None]
         self._requests = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kvferry-validator", daemon=True)
+        self._thread = Thread(self._run, "kvferry-validator")
         self._thread.start()
 
     def validate(self, cards: Sequence[MemoryCard]) -> Future[str]:

@@ -26,6 +26,7 @@ from msgspec import structs
 from kvferry.common.errors import KVFerryError
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
+from kvferry.common.threads import Thread
 from kvferry.transport.addresses import IP, AllowedPeers, normalize_name, parse_host, parse_ip
 from kvferry.transport.messages import RankCard
 
@@ -177,7 +178,7 @@ class PeerResolver:
         self._wanted.append(name)
         if self._threads < THREADS:
             self._threads += 1
-            threading.Thread(target=self._run, name="kvferry-names", daemon=True).start()
+            Thread(self._run, "kvferry-names").start()
 
     # -- the threads --------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
@@ -22,6 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.common.limited_log import LimitedLog
+from kvferry.common.threads import Thread
 from kvferry.transport import security
 from kvferry.transport.addresses import AllowedPeers, zmq_endpoint
 from kvferry.transport.messages import MAX_REPLY_BYTES, Reply, Request, decode_reply, encode
@@ -129,7 +129,7 @@ class ChannelClient(ABC, Generic[Name]):
         self._names = PeerResolver(peers, self._poller.wake, resolve, clock)
         self._log = LimitedLog(logger)  # for the thread
         self._stop = False
-        self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
+        self._thread = Thread(self._run, thread)
 
     def close(self) -> None:
         """End the thread, after a last round for what was queued before."""

@@ -28,6 +28,7 @@ import valkey
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.limited_log import LimitedLog
+from kvferry.common.threads import Thread
 from kvferry.transport.addresses import engine_text, parse_engine
 from kvferry.transport.handshake import Address
 
@@ -152,7 +153,7 @@ class Directory:
         self._runs: dict[bytes, tuple[Address | None, float]] = {}
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=target, name=f"kvferry-fleet-{name}", daemon=True)
+            Thread(target, f"kvferry-fleet-{name}")
             for name, target in (("publish", self._publish), ("find", self._seek))
         ]
         for thread in self._threads:

@@ -25,6 +25,7 @@ import numpy as np
 from msgspec import structs
 
 from kvferry.common.errors import ChunkError, KVFerryError, TransferError
+from kvferry.common.threads import Thread
 from kvferry.common.units import parse_size
 from kvferry.geometry import Region
 from kvferry.geometry.canonical import CanonicalGroup
@@ -128,7 +129,7 @@ class FleetTier(StorageTier):
         self._started = ExitStack()
         self._closing = False
         self.ready = threading.Event()
-        self._starter = threading.Thread(target=self._start, name="kvferry-fleet-start", daemon=True)
+        self._starter = Thread(self._start, "kvferry-fleet-start")
         self._starter.start()
 
     @property

@@ -58,7 +58,9 @@ def passes_over(trace: Trace, path: str, unit_tokens: int | None) -> Iterator[Pa
 
     with (
         _bars(trace.length) as on_progress,
-        Passes(trace, partial(open_trace, path, unit_tokens), usable_cores(), on_progress) as passes,
+        Passes(
+            trace, partial(open_trace, path, unit_tokens), len(usable_cores()) or 1, on_progress
+        ) as passes,
     ):
         yield passes
 
