@@ -284,9 +284,12 @@ class _Times:
 
 
 def _cache_bytes(works: Sequence[Work]) -> int:
-    """Return a size of the KV cache, in bytes, that holds every work with room to spare."""
+    """Return a size of the KV cache, in bytes, of which every work takes less than half.
+
+    Loads may hold half of the blocks at a time (`late_blocks`).
+    """
     most = max(one.longest * one.at_once for one in works)
-    return max(256 << 20, most * (24 << 10)) + (256 << 20)
+    return max(256 << 20, most * (48 << 10)) + (256 << 20)
 
 
 def meet(name: str, pair: Pair) -> None:
