@@ -284,12 +284,13 @@ class _Times:
 
 
 def _cache_bytes(works: Sequence[Work]) -> int:
-    """Return a size of the KV cache, in bytes, of which every work takes less than half.
+    """Return a size of the KV cache, in bytes, with room to spare.
 
-    Loads may hold half of the blocks at a time (`late_blocks`).
+    Works with several requests take less than a quarter of it, which the loads from a peer may hold
+    (`late_blocks`).
     """
     most = max(one.longest * one.at_once for one in works)
-    return max(256 << 20, most * (48 << 10)) + (256 << 20)
+    return max(256 << 20, most * (64 << 10)) + (256 << 20)
 
 
 def meet(name: str, pair: Pair) -> None:

@@ -81,9 +81,9 @@ _SPINNING_REASON = Reason(
 )
 _HANDOVER_REASON = Reason(
     against="nixl+",
-    text="Each request takes 0.5 ms of the engine's thread, in Python that runs once per request: opening its "
-    "sealed grant, choosing a source, planning, reporting. NixlConnector takes 0.05 ms. Stages, and what was "
-    "tried, are in docs/performance.md.",
+    text="Each request takes 0.5 ms of the engine's thread, in Python that runs once per request: opening "
+    "its sealed grant, choosing a source, planning, reporting. NixlConnector takes 0.05 ms. Stages, and "
+    "what was tried, are in docs/performance.md.",
 )
 _MIX_REASONS = (
     Reason(
@@ -262,6 +262,10 @@ SECTIONS = (
                 label="storing",
                 against="computing",
                 text="A prompt is stored after it is computed. The first token does not wait for that.",
+            ),
+            Reason(
+                label="first token of a new prompt",
+                text="Chunks are copied and written beside the computation, on the same cores.",
             ),
             Reason(
                 label="storing",
