@@ -286,8 +286,7 @@ class _Times:
 def _cache_bytes(works: Sequence[Work]) -> int:
     """Return a size of the KV cache, in bytes, with room to spare.
 
-    Works with several requests take less than a quarter of it, which the loads from a peer may hold
-    (`late_blocks`).
+    Requests that come together take about a quarter, which loads from one peer may hold (`late_blocks`).
     """
     most = max(one.longest * one.at_once for one in works)
     return max(256 << 20, most * (64 << 10)) + (256 << 20)

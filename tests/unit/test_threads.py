@@ -74,4 +74,4 @@ def test_threads_of_a_worker_that_openmp_binds_run_where_its_parent_may(tmp_path
     command = ["taskset", "--cpu-list", str(core)] if restricted else []
     command += [sys.executable, str(tmp_path / "worker.py"), str(core)]
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    assert found == f"{ ({core}) } {({core}) if restricted else CORES}"
+    assert found == " ".join(map(str, ({core}, {core} if restricted else CORES)))
